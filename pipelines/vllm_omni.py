@@ -1,9 +1,9 @@
 """A cache backend of vLLM-Omni: the methods of diffcache on its pipelines.
 
 vLLM-Omni calls `enable` once, when its pipeline is loaded, and `refresh` before a generation, if it knows the number
-of steps: where a request leaves that out, it may pass 0 or not call at all. So nothing here depends on it. The start,
-the number of steps and the end of a generation are read from the pipeline's scheduler, or from the timesteps where a
-pipeline steps its own scheduler.
+of steps: where a request leaves that out, it may pass 0 or not call at all. So nothing here depends on it.
+A generation is a call of the pipeline's `forward`, however it ends; its steps are those of the pipeline's scheduler,
+or its timesteps where the pipeline steps another one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ FIXED = ("interval", "taylorseer", "magcache")
 
 
 class Loop:
-    """A pipeline of vLLM-Omni, which is one module, as `diffcache.wrap` knows pipelines."""
+    """The `forward` of a pipeline of vLLM-Omni, which is one module, as a pipeline that `diffcache.wrap` knows."""
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
+        self.own = vars(pipeline).get("forward")  # of this pipeline alone, None for that of its class
+        self.forward = pipeline.forward
 
     @property
     def components(self) -> dict[str, Any]:
@@ -42,8 +44,9 @@ class Loop:
         """Return the scheduler; None where the pipeline has none."""
         return getattr(self.pipeline, "scheduler", None)
 
-    def __call__(self) -> None:
-        """Do nothing: vLLM-Omni calls the pipeline itself."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a generation."""
+        return self.forward(*args, **kwargs)
 
 
 class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
@@ -84,6 +87,7 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
         if not loop.components:
             raise AttachError(f"{type(pipeline).__name__} has none of {', '.join(DENOISERS)} to cache")
         diffcache.wrap(loop, self.method, components=list(loop.components))
+        pipeline.forward = loop  # the runner calls that, not the module
         self.loop, self.models = loop, list(loop.components.values())
         self.enabled = True
 
@@ -91,6 +95,9 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
         """Take the cache out again; the pipeline is bit for bit as before."""
         if self.loop is not None:
             diffcache.unwrap(self.loop)
+            del self.loop.pipeline.forward
+            if self.loop.own is not None:
+                self.loop.pipeline.forward = self.loop.own
         self.loop, self.models, self.enabled = None, [], False
 
     def refresh(self, pipeline: Any, num_inference_steps: int | None = None, verbose: bool = True) -> None:

@@ -1,7 +1,7 @@
 """The backend under the classes of vLLM-Omni's own wheel, driven by its own runner and selector.
 
-`VLLM_OMNI` names the wheel (`pip download vllm-omni --no-deps`); without one, what needs it is
-skipped. vLLM itself is not there: what imports it is replaced, or cut out of its file.
+`VLLM_OMNI` names the wheel (`pip download vllm-omni --no-deps`); without one, small stand-ins take its
+place. vLLM itself is not there: what imports it is replaced, or cut out of its file.
 """
 
 import ast
@@ -28,10 +28,8 @@ from tests.zoo.catalog import cases
 
 WHEEL = os.environ.get("VLLM_OMNI", "")
 PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
-pytestmark = [
-    pytest.mark.skipif(not WHEEL, reason="VLLM_OMNI names no wheel of vllm-omni"),
-    pytest.mark.usefixtures("quiet"),
-]
+pytestmark = pytest.mark.usefixtures("quiet")
+needs_wheel = pytest.mark.skipif(not WHEEL, reason="VLLM_OMNI names no wheel of vllm-omni")
 
 
 def source(path: str) -> str:
@@ -51,6 +49,26 @@ def cut(path: str, name: str, **around: Any) -> Any:
     return names[name]
 
 
+class StandIn:
+    """Base class and configuration where no wheel is given."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.enabled = config, False
+
+    def is_enabled(self) -> bool:
+        return self.enabled
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> SimpleNamespace:
+        return SimpleNamespace(num_inference_steps=None, _extra_params=data)
+
+    def refresh_known(self, reqs: list[Any], *, od_config: Any) -> None:
+        """As the runner: only where the number of steps is known."""
+        steps = reqs[0].sampling_params.num_inference_steps
+        if steps is not None:
+            self.cache_backend.refresh(self.pipeline, steps)  # type: ignore[attr-defined]
+
+
 @pytest.fixture
 def omni(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The real base class, configuration and refresh of the runner, and our backend on them."""
@@ -58,16 +76,22 @@ def omni(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         package = ModuleType(name)
         package.__path__ = [f"{WHEEL}/{name.replace('.', '/')}"]  # in the wheel, without __init__
         monkeypatch.setitem(sys.modules, name, package)
-    data = ModuleType("vllm_omni.diffusion.data")
-    config = cut("diffusion/data.py", "DiffusionCacheConfig")
-    data.DiffusionCacheConfig = config  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm_omni.diffusion.data", data)
     for name in ("vllm_omni.diffusion.cache.base", "diffcache.pipelines.vllm_omni"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    base = importlib.import_module("vllm_omni.diffusion.cache.base")
+    base: Any = ModuleType("vllm_omni.diffusion.cache.base")
+    config: Any = StandIn
+    refresh: Any = StandIn.refresh_known
+    if WHEEL:
+        data: Any = ModuleType("vllm_omni.diffusion.data")
+        data.DiffusionCacheConfig = config = cut("diffusion/data.py", "DiffusionCacheConfig")
+        monkeypatch.setitem(sys.modules, "vllm_omni.diffusion.data", data)
+        base = importlib.import_module("vllm_omni.diffusion.cache.base")
+        path = "diffusion/worker/diffusion_model_runner.py"
+        refresh = cut(path, "_refresh_cache_for_requests", logger=SimpleNamespace(warning=print))
+    else:
+        base.CacheBackend = StandIn
+        monkeypatch.setitem(sys.modules, base.__name__, base)
     ours = importlib.import_module("diffcache.pipelines.vllm_omni")
-    path = "diffusion/worker/diffusion_model_runner.py"
-    refresh = cut(path, "_refresh_cache_for_requests", logger=SimpleNamespace(warning=print))
     yield SimpleNamespace(base=base, config=config, refresh=refresh, ours=ours)
     for name in ("vllm_omni.diffusion.cache.base", "diffcache.pipelines.vllm_omni"):
         sys.modules.pop(name, None)
@@ -86,15 +110,16 @@ class Pipeline(nn.Module):
         inputs = self.case.kwargs(self.transformer, 0)
         other = {**inputs, "encoder_hidden_states": -inputs["encoder_hidden_states"]}
         sample = torch.randn(inputs["hidden_states"].shape, generator=torch.Generator().manual_seed(seed))
-        self.scheduler.set_timesteps(steps)
-        self.scheduler.set_begin_index(0)
-        for t in self.scheduler.timesteps:
+        scheduler = getattr(self, "scheduler", None) or self.stepper
+        scheduler.set_timesteps(steps)
+        scheduler.set_begin_index(0)
+        for t in scheduler.timesteps:
             time = t.expand(len(sample)) / 1000
             one, two = (
                 self.transformer(**{**given, "hidden_states": sample, "timestep": time})[0]
                 for given in (inputs, other)
             )
-            sample = self.scheduler.step(two + 3 * (one - two), t, sample)[0]
+            sample = scheduler.step(two + 3 * (one - two), t, sample)[0]
         return sample
 
 
@@ -159,6 +184,35 @@ def test_zero_steps_another_pipeline_and_other_weights_are_taken(omni: Any) -> N
     assert "5 skipped" in backend.report()
 
 
+@pytest.mark.parametrize("has_scheduler", [True, False])
+def test_a_generation_that_stops_between_steps_leaves_nothing(omni: Any, has_scheduler: bool) -> None:
+    """Where the runner does not refresh, nothing but the call of `forward` tells that one ended."""
+    pipeline = Pipeline()
+    scheduler = pipeline.scheduler
+    backend = backend_of(omni, "interval:every=3")
+    if not has_scheduler:
+        del pipeline.scheduler
+        pipeline.stepper = scheduler
+    backend.enable(pipeline)
+    first = generate(omni, backend, pipeline, 1)
+    step, left = scheduler.step, iter(range(2))
+
+    def stops(*args: Any) -> Any:
+        if next(left, None) is None:
+            raise InterruptedError
+        return step(*args)
+
+    scheduler.step = stops  # type: ignore[method-assign]
+    with pytest.raises(InterruptedError):
+        generate(omni, backend, pipeline, 2)
+    del scheduler.step
+    assert not diffcache.api.handle_of(backend.loop).held_bytes()
+    assert torch.equal(generate(omni, backend, pipeline, 1), first)
+    assert "8: 3 computed, 5 skipped" in backend.report()
+    backend.disable()
+    assert "forward" not in vars(pipeline)
+
+
 def test_what_cannot_be_cached_is_refused(omni: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnknownMethodError, match="unknown method .nonsense."):
         backend_of(omni, "nonsense")
@@ -172,6 +226,7 @@ def test_what_cannot_be_cached_is_refused(omni: Any, monkeypatch: pytest.MonkeyP
         backend_of(omni, "first-block").enable(Pipeline())
 
 
+@needs_wheel
 def test_the_patch_of_the_page_fits_their_selector(omni: Any) -> None:
     text = source("diffusion/cache/selector.py")
     (patch,) = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), re.DOTALL)
