@@ -259,7 +259,11 @@ def compare(
     from diffcache.pipelines.demo.console import print_rows
 
     wanted = [read_limit(text) for text in limits]
-    found = changes(load(first), load(second))
+    records = load(first), load(second)
+    found = changes(*records)
+    alone = sorted(set.symmetric_difference(*({row["name"] for row in record["rows"]} for record in records)))
+    if alone:
+        typer.echo(f"warning: in one of the records alone, and not compared: {'; '.join(alone)}", err=True)
     rows = [[c.row, c.metric, f"{c.before:.4g}", f"{c.after:.4g}", c.words] for c in found]
     print_rows(("row", "metric", "first", "second", "change"), rows)
     broken = crossed(found, wanted)

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from diffcache.cli import app
 from diffcache.eval.record import FOLDER
+from diffcache.eval.report.record_files import KINDS
 from diffcache.eval.runs.compare import changes, crossed, read_limit
 from diffcache.eval.runs.measure import evaluate
 from diffcache.eval.runs.ranks import Progress
@@ -89,6 +92,17 @@ def test_changes_and_limits() -> None:
     assert not crossed(found, [read_limit("psnr_db<-2")])
     assert not crossed(found, [read_limit("psnr_db>+0.5")])
     assert not crossed(changes(record(), record()), [read_limit("psnr_db<-0"), read_limit("psnr_db>0")])
+
+
+def test_a_row_of_one_record_alone_is_told(tmp_path: Path) -> None:
+    files = []
+    for count in (1, 2):
+        made = record() | {"schema": "diffcache.eval/1", "metrics": {}}
+        made["rows"] = [{**row, "kind": kind} for row, kind in zip(made["rows"][:count], KINDS, strict=False)]
+        files.append(tmp_path / f"{count}.json")
+        files[-1].write_text(json.dumps(made))
+    found = CliRunner().invoke(app, ["eval", "compare", *map(str, files)])
+    assert found.exit_code == 0 and "alone, and not compared: taylorseer" in found.output
 
 
 ROOT = Path(__file__).parents[1]

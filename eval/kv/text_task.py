@@ -26,7 +26,7 @@ from diffcache.eval.kv.recipe_words import NONE, names_tables, parse_recipe
 from diffcache.eval.kv.texts import TextModel, TextWindows, windows
 from diffcache.eval.metrics.intervals import Interval, mean_interval, share_change, share_interval
 from diffcache.eval.record import Setting
-from diffcache.eval.report.palette import DPI, GREY, INK, MARKERS, OKABE_ITO, new_figure, styled
+from diffcache.eval.report.palette import DPI, GREY, INK, MARKERS, OKABE_ITO, legend_columns, new_figure, styled
 from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
@@ -428,6 +428,9 @@ def draw(record: Mapping[str, Any], picture: Path) -> None:
         if what == "whole":
             axis.set_ylim(0, 1.02)
     axes[0].set_ylabel(said)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    handles, names = axes[0].get_legend_handles_labels()
+    columns = legend_columns(names, figure.get_figwidth(), 6)
+    figure.set_figheight(figure.get_figheight() + 0.21 * (-(-len(names) // columns) - 1))  # or it would eat the axes
+    figure.legend(handles, names, loc="outside lower center", ncols=columns)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=DPI, metadata={"Software": None})

@@ -119,10 +119,10 @@ def picture_of(stem: str, title: str, caption: str, figure: Any) -> Picture:
     return Picture(stem, title, caption, found["png"], found["svg"])
 
 
-def legend_columns(names: Sequence[str], width: float) -> int:
-    """Return the number of columns in which names fit into a width in inches."""
+def legend_columns(names: Sequence[str], width: float, most: int = 4) -> int:
+    """Return the number of columns, at most so many, in which names fit into a width in inches."""
     longest = max((len(name) for name in names), default=1)
-    return max(1, min(len(names), 4, int(width / (0.078 * longest + 0.62))))
+    return max(1, min(len(names), most, int(width / (0.078 * longest + 0.62))))
 
 
 def short(name: str) -> str:

@@ -469,7 +469,7 @@ def _write_labels(axis: Any, points: Sequence[Point]) -> None:
                 (right, up),
                 textcoords="offset points",
                 fontsize=8,
-                color=point.style.color,
+                color=palette.INK if point.style.color == palette.OKABE_ITO[-1] else point.style.color,
                 ha="left" if right > 0 else "right" if right < 0 else "center",
             )
             box = text.get_window_extent(renderer).expanded(1.05, 1.1)

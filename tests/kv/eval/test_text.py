@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from diffcache.errors import AttachError
 from diffcache.eval.kv import text_task
@@ -163,6 +165,10 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(reader: Path, texts: Path
             assert row[name]["low"] <= row[name]["value"] <= row[name]["high"]
     assert record["shapes"]["texts"] == "texts.txt" and record["shapes"]["parameters"] > 0
     assert out.with_suffix(".png").stat().st_size > 10_000
+    many = [{**record["rows"][1], "name": f"a_recipe_with_a_long_name_{number}:budget=0.5"} for number in range(20)]
+    text_task.draw({"rows": [record["rows"][0], *many]}, tmp_path / "many.png")
+    edges = np.asarray(Image.open(tmp_path / "many.png").convert("L"))[:, [0, 1, -2, -1]]
+    assert (edges == 255).all()  # no name is cut off
 
 
 def test_a_cache_no_recipe_serves_is_refused_before_texts_are_scored(task: TextTask, monkeypatch) -> None:
