@@ -88,13 +88,13 @@ def fid(
     if save:
         _save(save, one, sides[0], networks)
     found = compare(*sides, wanted)
-    few = _few(other, kind, found["fid"])
+    about = {"real": _about(one), "fake": _about(other)}
+    few = _few([side["count"] for side in about.values() if side["count"]], kind, found["fid"])
     warn(*few)
     ending = "" if kind == "real" else "_lite"
     report = {
         "schema": SCHEMA,
-        "real": _about(one),
-        "fake": _about(other),
+        **about,
         "seed": seed,
         "resize": resize,
         "resamples": wanted.resamples,
@@ -210,9 +210,9 @@ def _about(source: Source) -> dict[str, Any]:
     }
 
 
-def _few(fake: Source, kind: str, distance: dict[str, Any]) -> list[str]:
-    """Return the warning of too few samples."""
-    count, name = len(fake.indices), "FID" if kind == "real" else "FID-lite"
+def _few(counts: list[int], kind: str, distance: dict[str, Any]) -> list[str]:
+    """Return the warning of too few samples in the smaller set."""
+    count, name = min(counts), "FID" if kind == "real" else "FID-lite"
     if count >= ENOUGH[kind]:
         return []
     floor = distance["floor"]

@@ -64,6 +64,9 @@ def test_fid_samples_resize_and_npz(capsys: Any, shapes: dict[str, Any], tmp_pat
     file = save_npz(tmp_path / "fake.npz", shapes["pictures"]["fake"])
     again = report(capsys, fid.main, shapes["real"], str(file), *arguments)
     assert again["metrics"] == direct["metrics"]
+    real = save_npz(tmp_path / "real.npz", shapes["pictures"]["real"][:9])
+    found = report(capsys, fid.main, str(real), str(file), "--backend", "lite", "--resamples", "0")
+    assert "9 samples are few" in found["warnings"][-1]  # of either set
 
 
 def test_fid_takes_stored_statistics(capsys: Any, shapes: dict[str, Any], tmp_path: Path) -> None:
