@@ -174,6 +174,7 @@ def windows(
     """
     model.check_length(length, "--context")
     texts, tokenizer = read_texts(place), model.tokenizer
+    where = f"--texts {place}" if place else f"{PYTHON}, read without --texts"
     first = _first_tokens(tokenizer)
     found, longest, counts = [], 0, [0, 0]
     for text in texts:
@@ -186,12 +187,12 @@ def windows(
             found.append(torch.tensor([[*first, *ids[start : start + room]]]))
     if counts[1] > _UNKNOWN * counts[0]:
         raise ValueError(
-            f"--texts {place}: {counts[1] / counts[0]:.0%} of the tokens are unknown to the "
+            f"{where}: {counts[1] / counts[0]:.0%} of the tokens are unknown to the "
             f"tokenizer of {model.name}; give texts of its language"
         )
     if len(found) < least:
         raise ValueError(
-            f"--texts {place}: {len(found)} windows of {length} tokens, and {least} are needed; "
+            f"{where}: {len(found)} windows of {length} tokens, and {least} are needed; "
             f"the longest text has {longest}. Give longer texts (each line, or each .txt file of a "
             "folder, is one), or a shorter --context"
         )

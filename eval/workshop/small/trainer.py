@@ -388,7 +388,8 @@ def main(arguments: list[str] | None = None) -> None:
     run.restore(chosen.out / f"{chosen.model}.state")
     directory = MODELS / JOBS[chosen.model][1]
     job.export(run.average.eval(), directory)
-    command = f"python -m diffcache.eval.workshop.small.trainer {chosen.model} --out DIR"
+    command = f"python -m diffcache.eval.workshop.small.trainer {chosen.model} --out DIR --precision {run.precision}"
+    command += "".join(f" --set {setting}" for setting in chosen.set)
     path = directory / f"training-{chosen.model}.json"
     path.write_text(json.dumps(record(run, chosen.model, command), indent=1) + "\n", encoding="utf-8")
 

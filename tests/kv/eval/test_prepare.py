@@ -103,13 +103,15 @@ ACTING = {
 }
 
 
-def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
+def test_texts_are_read_from_files_and_folders(reader: Path, tmp_path: Path) -> None:
     lines, rows = tmp_path / "a.txt", tmp_path / "b.jsonl"
     lines.write_text("one text\n\ntwo\n")
     rows.write_text('{"text": "one\\ntext", "more": 1}\n{"text": "two"}\n')
     assert read_texts(lines) == ["one text", "two"]
     assert read_texts(rows) == ["one\ntext", "two"]
     assert read_texts(tmp_path) == ["one text\n\ntwo\n"]
+    with pytest.raises(ValueError, match=r"^pydoc_data\.topics, read without --texts: \d+ windows of 48 tokens, and"):
+        windows(TextModel(str(reader)), None, 48, 2, least=10**9)
 
 
 @pytest.mark.parametrize("name", ["Gemma2 gemma2", "GptOss gpt_oss", "Mistral mistral"])
