@@ -256,7 +256,7 @@ def _check_kind(model: nn.Module, anatomy: Anatomy, handle: Runs) -> None:
 
 
 def check_alone(model: nn.Module) -> None:
-    """Raise AttachError if a denoiser runs under a cache of diffusers, or one like cache-dit."""
+    """Raise AttachError if a denoiser is cached by diffusers or one like cache-dit, or its attention maps are read."""
     name = type(model).__name__
     if is_cached(model):
         raise AttachError(f"{name} already runs under another cache, such as cache-dit; disable it")
@@ -267,6 +267,12 @@ def check_alone(model: nn.Module) -> None:
                 raise AttachError(
                     f"{name} already runs under diffusers' {type(hook).__name__}; call disable_cache() first"
                 )
+        processor = getattr(module, "processor", None)
+        if {"attention_probs", "attnstore"} & getattr(processor, "__dict__", {}).keys():  # of SAG, of LEdits++
+            raise AttachError(
+                f"{name}: a {type(processor).__name__} keeps the attention maps of each call for the pipeline, and "
+                "calls that are skipped have none; run this pipeline unwrapped"
+            )
 
 
 # the two hooks: top-level functions, so that copies and pickles work
