@@ -22,7 +22,7 @@ NO_RECIPES: list[str] = []
 
 def candidates(memory: float) -> list[str]:
     """Return the recipes to try where the caller names none, for a share of exact bytes."""
-    slots = round(_BESIDE * memory, 3)
+    slots = max(round(_BESIDE * memory, 3), 0.001)
     more = round(min(2.2 * slots, 0.9), 3)  # share of slots that fit if they are held in four bits
     dropping = [f"{name}:budget={slots}" for name in ("snapkv", "keydiff", "streaming_llm")]
     return ["kivi:bits=4", "kivi:bits=2", *dropping, f"snapkv:budget={more}|kivi:bits=4"]

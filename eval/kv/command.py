@@ -52,7 +52,7 @@ def kv(
         typer.Option(
             "--recipe",
             "--method",
-            help="name:key=value,...; joined by | they compose; kvpress/name is a peer. May be repeated.",
+            help="name:key=value,...; joined by | they compose; kvpress/name is a peer in recall. May be repeated.",
         ),
     ] = NO_RECIPES,
     model: Annotated[
@@ -118,7 +118,7 @@ def kv(
 
     A budget is a number of slots, from 2 on, or a share of the tokens, such as 0.25; 1.0 keeps all,
     and 1 is refused. Values such as heads=@duo_attention are read from tables that diffcache kv
-    calibrate makes. kvpress/snapkv:budget=0.25 has kvpress choose the slots, if it is installed.
+    calibrate makes. kvpress/snapkv:budget=0.25 has kvpress choose the slots of recall, if it is installed.
 
     [bold]Try[/bold]
 

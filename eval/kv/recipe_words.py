@@ -71,6 +71,8 @@ def parse_recipe(text: str, weights: str | None = None) -> Recipe:
     """
     if not text.strip():
         raise ValueError("recipe '': a name is missing; `diffcache kv --list` lists them")
+    if text.strip().startswith(PREFIX):
+        raise ValueError(f"recipe {text!r}: kvpress is no recipe; --tasks recall alone asks it for slots to keep")
 
     def settled(name: str, given: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -205,9 +205,11 @@ def test_of_those_that_fit_the_most_answers_and_then_perplexity_decide() -> None
 
 
 def test_what_is_tried_fits_by_its_own_words() -> None:
-    for memory in (0.25, 0.5):
+    for memory in (0.0001, 0.25, 0.5):
         for word in candidates(memory):
             parse_recipe(word)
+    with pytest.raises(ValueError, match="--tasks recall alone asks it"):
+        parse_recipe("kvpress/snapkv:budget=0.25")
     assert "snapkv:budget=0.47" in candidates(0.5)
 
 
