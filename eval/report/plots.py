@@ -56,7 +56,8 @@ def draw_pareto(record: record_files.Record) -> tuple[list[palette.Picture], lis
             "5 % are left out."
         )
         figure = plot_pareto(panels, title, known["direction"])
-        about = f"pareto-{key}", f"{known['title']} against speed", caption
+        stem = re.sub(r"\W", "-", key)  # a record may be somebody else's
+        about = f"pareto-{stem}", f"{known['title']} against speed", caption
         found.append(palette.picture_of(*about, figure))
     missing = [f"Quality against speed: all rows are equal in {', '.join(flat)}."] if flat else []
     if not found and not flat:

@@ -256,6 +256,10 @@ def test_a_metric_in_which_all_rows_are_equal_is_not_plotted() -> None:
     record["rows"][1]["quality"]["clip_score"]["low"] = 0.99
     drawn, left_out = plots.draw_pareto(record)
     assert "pareto-clip_score" in {plot.stem for plot in drawn} and not left_out
+    for row_ in record["rows"]:  # of somebody else's
+        row_["quality"] = {"../own": row_["quality"]["clip_score"]}
+    record["metrics"] = {"../own": {"title": "own", "direction": "up"}}
+    assert [plot.stem for plot in plots.draw_pareto(record)[0]] == ["pareto----own"]
 
 
 def test_sheet_shows_the_pixels_and_their_difference(tmp_path: Path) -> None:
