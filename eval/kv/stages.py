@@ -405,8 +405,7 @@ def lococo(
         for seen, whole in zip(observations(cache), layers, strict=True):
             size = torch.full(seen.lengths.shape, budget)
             plan = TopK(recent=last)(recipe.score(seen).float(), size, seen)  # type: ignore[misc]
-            later = whole.query.narrow(context, whole.query.count)
-            found.append(mixing.MixSample(seen, plan, Query(later.q, context, later.scale)))
+            found.append(mixing.MixSample(seen, plan, whole.query.narrow(context, whole.query.count)))
     slots = found[0].seen.slots
     channels = slots.k.shape[3] + slots.v.shape[3]
     layers_count = 1 + max(each.seen.layer for each in found)

@@ -140,7 +140,7 @@ def sentence_kv(budget: Size = 1024, sinks: int = 32, recent: int = 32, block: C
 
 @checked
 def rekv(
-    budget: Size = 12544, recent: Whole = 15000, sinks: Whole = 4, block: Count = 196, tiers: Tiers | None = None
+    budget: Size = 12544, recent: Count = 15000, sinks: Whole = 4, block: Count = 196, tiers: Tiers | None = None
 ) -> Recipe:
     """Let frames of a video see the last tokens, and a question the frames it is about.
 

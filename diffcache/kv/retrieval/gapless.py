@@ -28,7 +28,7 @@ class Run:
         summary: Summary of the layer's slots.
         first: First slot that may be chosen; those before are read anyway.
         last: Slot after the last that may be chosen; it and those behind it are read anyway.
-        room: Number of slots to choose, at least 1 and fewer than there are.
+        room: Number of slots to choose, fewer than there are.
     """
 
     query: Query
@@ -69,10 +69,10 @@ def is_gapless(layer: KVLayer) -> bool:
     return tail.start == reached and len(tail.tensors()) == 2  # keys and values
 
 
-def heads_of(layer: KVLayer) -> int:
-    """Return the key-value heads of a layer that holds something."""
-    assert layer.form is not None
-    return layer.form.heads
+def nothing(run: Run) -> Pick:
+    """Return a choice of no slot."""
+    assert run.layer.form is not None
+    return Pick(run.query.q.new_zeros(len(run.query.q), run.layer.form.heads, 0, dtype=torch.int64))
 
 
 def views_at(layer: KVLayer, pick: Pick, first: int, last: int) -> list[View]:
@@ -121,6 +121,8 @@ def best_blocks(score: Tensor, size: int, run: Run) -> Pick:
         size: Slots of a block.
         run: Slots to choose from, and how many.
     """
+    if not run.room:
+        return nothing(run)
     # Blocks that no slot may be chosen of are left out: one at either end may be of fewer slots.
     begin, end = run.first // size, -(-run.last // size)
     own = torch.full((end - begin,), size, device=score.device)

@@ -15,7 +15,7 @@ from diffcache.errors import CacheWarning
 from diffcache.kv.attend import Groups, Query, visible
 from diffcache.kv.budget import count_for, slots_for
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.retrieval.gapless import Pick, Run, heads_of, is_gapless, views_at
+from diffcache.kv.retrieval.gapless import Pick, Run, is_gapless, views_at
 from diffcache.kv.retrieval.gather import positions_of, views_of
 from diffcache.kv.retrieval.summary import Summary, known, news, probe, query_valid
 from diffcache.kv.retrieve import Retriever
@@ -144,17 +144,14 @@ class Selecting(Retriever):
         layer.summary = summary
         first = min(self.sinks, held)
         last = max(held - self.recent, first)
-        room = count_for(self.budget, held) - first - (held - last)
+        room = max(count_for(self.budget, held) - first - (held - last), 0)
         if query.count == 1:
             self._tell_of_room(held)
         if query.count > 1 or room >= last - first:
             return layer.views()
-        if room > 0:
-            pick = self.pick(Run(query, layer, others, summary, first, last, room))
-            if pick is None:
-                return layer.views()
-        else:
-            pick = Pick(query.q.new_zeros(len(query.q), heads_of(layer), 0, dtype=torch.int64))
+        pick = self.pick(Run(query, layer, others, summary, first, last, room))
+        if pick is None:
+            return layer.views()
         state = {**summary.state, "chosen": pick.positions()}
         layer.summary = replace(summary, state=state, at=query.start)
         return views_at(layer, pick, first, last)

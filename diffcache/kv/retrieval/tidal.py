@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffcache.kv.attend import Query, over_groups
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.retrieval.gapless import Pick, Run
+from diffcache.kv.retrieval.gapless import Pick, Run, nothing
 from diffcache.kv.retrieval.gather import at_positions, positions_of
 from diffcache.kv.retrieval.select import Ask, Selecting, asked, latest, top
 from diffcache.kv.retrieval.summary import Summary, known, news
@@ -48,11 +48,13 @@ class LayerReuse(Selecting):
         if index < self.select[0]:
             return None
         if index in self.select:
-            keys = news(run.layer, 0, stored=False).k
-            score = over_groups(asked(run.query, keys), self.group)[:, :, 0, run.first : run.last]
-            least = score.topk(run.room).values[..., -1:]
-            at, _ = chosen(latest(score, least, run.room), run.room)
-            pick = Pick(at + run.first)
+            pick = nothing(run)
+            if run.room:
+                keys = news(run.layer, 0, stored=False).k
+                score = over_groups(asked(run.query, keys), self.group)[:, :, 0, run.first : run.last]
+                least = score.topk(run.room).values[..., -1:]
+                at, _ = chosen(latest(score, least, run.room), run.room)
+                pick = Pick(at + run.first)
             state = {**run.summary.state, "chosen": pick.positions()}
             run.layer.summary = replace(known(run.layer), state=state, at=run.query.start)
             return None

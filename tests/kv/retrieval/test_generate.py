@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffcache.errors import CacheWarning
 from diffcache.kv import Recipe, adakv, cache_for, detach, make_recipe, snapkv
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
@@ -14,7 +15,7 @@ from diffcache.kv.retrieval.summary import known
 from diffcache.kv.settings import Size
 from diffcache.registry import rows_of
 from tests.kv.examples import TABLES
-from tests.kv.tiny import SHORT, WAYS, generate, given, prompts, same
+from tests.kv.tiny import IDS, SHORT, WAYS, generate, given, prompts, same
 
 RECIPES = [name for name, row in rows_of("recipe").items() if ".retrieval:" in row.place]
 
@@ -57,6 +58,11 @@ def test_layers_that_follow_read_the_positions_of_the_one_that_chose(model: Any,
     chose, follows = cache.store.layers[1:3]
     assert torch.equal(known(chose).state["chosen"], known(follows).state["chosen"])
     assert int(reads[chose].amax()) > 12 >= int(reads[follows].amax())
+    cache = cache_for(model, made("tidal_decode", 0.01))  # room for none, in rows without gaps
+    with pytest.warns(CacheWarning, match="nothing else is"):
+        model.generate(IDS, past_key_values=cache, **SHORT)
+    detach(model)
+    assert [int(reads[layer].amax()) for layer in cache.store.layers[:3]] == [27, 27, 4]
 
 
 CODEC = Recipe("bits", codec=Pair(GroupQuant(8, "tokens", 8), GroupQuant(8), block=8, slide=True))
