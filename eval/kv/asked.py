@@ -37,7 +37,6 @@ class Question:
     text: str
     start: str  # beginning of the answer, which is given
     answer: str  # the rest of it, which the model must say; with a space first where it begins a word
-    depth: float | None = None  # share of the text before the sentence that is asked for; None if there are several
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Asked:
             put.append((depth, NEEDLE.format(city, number)))
             secret = f"secret number of {city}"
             question, start = f"What is the {secret}?", f"The {secret} is"
-            asked.append(Question("needle", question, start, f" {number}", depth))
+            asked.append(Question("needle", question, start, f" {number}"))
         city, values = cities.pop(), names[:SEVERAL]
         places = sorted(drawn.random() for _ in values)
         for place, word in zip(places, values, strict=True):
@@ -71,10 +70,9 @@ class Asked:
         asked.append(Question("values", question, start, f" {' and '.join(values)}"))
         keys = names[SEVERAL : SEVERAL + 2 * PAIRS]
         for key, value in zip(keys[::2], keys[1::2], strict=True):
-            depth = drawn.random()
-            put.append((depth, f'{{"{key}": "{value}"}}'))
+            put.append((drawn.random(), f'{{"{key}": "{value}"}}'))
             question = f'What is the value of "{key}" in the JSON?'
-            asked.append(Question("pair", question, f'"{key}": "', value, depth))
+            asked.append(Question("pair", question, f'"{key}": "', value))
         chain = [f"VAR_{letter}" for letter in drawn.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", CHAIN)]
         number = str(drawn.randrange(100, 1000))
         values = [number, *chain[:-1]]
@@ -101,7 +99,6 @@ class Spelled:
 
     ids: Tensor  # context, int64 [1, T]
     kinds: tuple[str, ...]  # kind of each question
-    depths: tuple[float | None, ...]  # depth of each question, as in `Question`
     questions: tuple[list[int], ...]  # tokens of each question, up to where the answer begins
     starts: tuple[list[int], ...]  # tokens of the given beginning of each answer
     answers: tuple[list[int], ...]  # tokens that must be said
@@ -124,9 +121,9 @@ class Spelled:
             questions.append(whole[:shared])
             starts.append(whole[shared:alike])
             answers.append(whole[alike:])
-        kinds, depths = tuple(one.kind for one in chosen), tuple(one.depth for one in chosen)
+        kinds = tuple(one.kind for one in chosen)
         said = tuple(questions), tuple(starts), tuple(answers)
-        return cls(tokens_of(tokenizer, before), kinds, depths, *said)
+        return cls(tokens_of(tokenizer, before), kinds, *said)
 
     def hits(self, model: Any, cache: KVCache, recipe: Recipe) -> list[bool]:
         """Return which answers greedy generation gives whole, each on a fork of a cache.
