@@ -223,7 +223,8 @@ def _growth(record: record_files.Record) -> tuple[list[palette.Picture], list[st
 def _draw_growth(curves: Mapping[str, Sequence[float]], looks: Mapping[str, palette.Style]) -> Any:
     """Draw the relative L2 error of the latents behind every step, a curve for each name."""
     width = 7.6
-    columns = palette.legend_columns([palette.short(name) for name in curves], width)
+    names = [palette.short(name) for name in curves]
+    columns = palette.legend_columns(names, width)
     figure, (axis,) = palette.new_figure(width, 3.9 + 0.2 * -(-len(curves) // columns))
     for name, errors in curves.items():
         look = looks[name]
@@ -236,13 +237,13 @@ def _draw_growth(curves: Mapping[str, Sequence[float]], looks: Mapping[str, pale
             marker=look.marker,
             markersize=4,
             markevery=max(1, len(errors) // 14),
-            label=palette.short(name),
         )
     axis.set_yscale("log")
     axis.set_xlabel("step")
     axis.set_ylabel("relative L2 error of the latents\n(log scale, less is better ↓)")
     axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    figure.legend(loc="outside lower center", ncols=columns, handlelength=3.4)
+    # Lines that carried their names would go without where a name begins with an underscore.
+    figure.legend(axis.lines, names, loc="outside lower center", ncols=columns, handlelength=3.4)
     return figure
 
 

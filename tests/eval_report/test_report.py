@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 from diffcache.eval.metrics.intervals import share_interval
-from diffcache.eval.report import plots, strips, words
+from diffcache.eval.report import palette, plots, strips, words
 from diffcache.eval.report.__main__ import main
 from diffcache.eval.report.record_files import Value, ordered
 from diffcache.eval.report.strips import Samples
@@ -292,6 +292,11 @@ def test_narrow_pictures_leave_room_for_the_words_below(tmp_path: Path) -> None:
     sheet = strips.draw(record, [tmp_path])[0][0]
     assert pixels_of(sheet).shape[1] == 2 * (2 * (192 + 12) - 12 + 2 * 16)
     assert sheet.lines[0].endswith(": two lines, 1")
+
+
+def test_names_that_begin_with_an_underscore_are_in_the_legend() -> None:
+    figure = plots._draw_growth({"_mine": [0.1, 0.2]}, {"_mine": palette.Style("#000000", "o", "-")})
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_mine"]
 
 
 def test_a_timeline_of_many_steps_shows_its_cells() -> None:
