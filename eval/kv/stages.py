@@ -319,21 +319,20 @@ def duo_attention(work: Work, *, share: float = 0.5, sinks: int = 4, recent: int
 
     def student(values: Tensor, sample: Sample) -> Tensor:
         gate = {layer: values[number] for layer, number in places.items()}
-        with torch.enable_grad(), _gated(work.model, gate, sinks, recent):
+        with _gated(work.model, gate, sinks, recent):
             return _answers(work.model, sample)
 
     needed = [parameter.requires_grad for parameter in work.model.parameters()]
     work.model.requires_grad_(False)
     try:
-        with torch.enable_grad():
-            found = fit_gates(
-                gates,
-                list(work.samples.each()),
-                student=student,
-                teacher=lambda sample: _answers(work.model, sample),
-                training=GateTraining(epochs=epochs),
-                report=lambda step, _: work.report(step, total, "gates"),
-            )
+        found = fit_gates(
+            gates,
+            list(work.samples.each()),
+            student=student,
+            teacher=lambda sample: _answers(work.model, sample),
+            training=GateTraining(epochs=epochs),
+            report=lambda step, _: work.report(step, total, "gates"),
+        )
     finally:
         for parameter, before in zip(work.model.parameters(), needed, strict=True):
             parameter.requires_grad_(before)
@@ -412,8 +411,7 @@ def lococo(
     fresh = mixing.fresh(layers_count, most, channels, taps)
     first = replace(fresh, **{name: x.to(slots.k.device) for name, x in vars(fresh).items()})
     losses: list[float] = []
-    with torch.enable_grad():
-        made = mixing.train(first, found, recent=last, steps=steps, watch=_noting(losses, steps, work.report))
+    made = mixing.train(first, found, recent=last, steps=steps, watch=_noting(losses, steps, work.report))
     tensors = {name: getattr(made, name).half().cpu() for name in ("weight", "bias", "gate")}
     about = _went(losses, len(found)) | {"recent": last}
     return Prepared("MixWeights", tensors, {"weights": ["weight"]}, about)
@@ -430,8 +428,7 @@ def locret(work: Work, *, steps: int = 1200, width: int = 64) -> Prepared:
     channels = sum(x.shape[1] * x.shape[3] for x in (one.q, one.k, one.v))
     first = retaining.fresh(1 + max(each.layer for each in found), channels, one.k.shape[1], width)
     losses: list[float] = []
-    with torch.enable_grad():
-        made = retaining.train(first, found, steps=steps, watch=_noting(losses, steps, work.report))
+    made = retaining.train(first, found, steps=steps, watch=_noting(losses, steps, work.report))
     tensors = {"first": made.first.half(), "second": made.second.half()}
     return Prepared("RetainingHeads", tensors, {"heads": ["first"]}, _went(losses, len(found)))
 

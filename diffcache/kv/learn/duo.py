@@ -85,6 +85,7 @@ def mixed_attention(query: Query, slots: Slots, gate: Tensor, sinks: int, recent
     return out.flatten(1, 2).to(query.q.dtype)
 
 
+@torch.enable_grad()
 def fit_gates(
     gates: Gates,
     batches: Iterable[Batch],

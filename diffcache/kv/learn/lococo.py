@@ -60,6 +60,7 @@ def loss(merge: ConvolutionMerge, sample: MixSample) -> Tensor:
     return (found - wanted).square().mean()
 
 
+@torch.enable_grad()
 def train(
     weights: MixWeights,
     samples: Sequence[MixSample],

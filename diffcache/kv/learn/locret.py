@@ -89,6 +89,7 @@ def loss(heads: RetainingHeads, sample: RetainCase, smooth: float = 0.0025) -> T
     return smooth_l1_loss(found, targets(sample)) + smooth * rough
 
 
+@torch.enable_grad()
 def train(
     heads: RetainingHeads,
     samples: Sequence[RetainCase],
