@@ -314,8 +314,11 @@ def duo_attention(work: Work, *, share: float = 0.5, sinks: int = 4, recent: int
 
     A `share` of the heads holds everything; the others see the first `sinks` and the latest `recent` tokens.
     """
-    gates, total = Gates.open(*_shape(work)), work.samples.count * epochs
-    places = _places(work.model)
+    cache = read(work.model, Recipe(), torch.zeros(1, 2, dtype=torch.long, device=work.model.device))
+    form = cache.store.layers[0].form
+    assert form is not None
+    gates, total = Gates.open(len(cache.owned), form.heads), work.samples.count * epochs
+    places = {layer: number for number, layer in enumerate(cache.owned)}
 
     def student(values: Tensor, sample: Sample) -> Tensor:
         gate = {layer: values[number] for layer, number in places.items()}
@@ -339,18 +342,6 @@ def duo_attention(work: Work, *, share: float = 0.5, sinks: int = 4, recent: int
     heads = torch.tensor(retrieval_heads(found.values, share))
     about = {"sinks": sinks, "recent": recent, "share": share, "loss": found.losses[-1]}
     return Prepared("table", {"heads": heads, "gates": found.values}, {"heads": ["heads"]}, about)
-
-
-def _shape(work: Work) -> tuple[int, int]:
-    """Return the layers of full attention and their key-value heads."""
-    layers = seen_by(work.model, next(iter(work.samples.each())).ids[:, :2])
-    return len(layers), layers[0].slots.k.shape[1]
-
-
-def _places(model: Any) -> dict[int, int]:
-    """Return layer -> its place among those of full attention."""
-    cache = read(model, Recipe(), torch.zeros(1, 2, dtype=torch.long, device=model.device))
-    return {layer: number for number, layer in enumerate(cache.owned)}
 
 
 def _answers(model: Any, sample: Sample) -> Tensor:

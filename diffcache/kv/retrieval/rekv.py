@@ -14,7 +14,7 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.blocks import Blocks, mean_keys, sizes, slots_of
 from diffcache.kv.retrieval.gather import at_positions
 from diffcache.kv.retrieval.select import Ask, Selecting, fill
-from diffcache.kv.retrieval.summary import Summary, news, probe, query_valid, stored_query
+from diffcache.kv.retrieval.summary import Summary, mean_query, news, stored_query
 from diffcache.kv.settings import Count
 from diffcache.kv.slots import Slots
 
@@ -62,9 +62,7 @@ class Frames(Selecting):
         first = ask.query.start - self.recent + 1
         since = torch.full((len(own.k), 1, 1), first, device=own.k.device)
         ask.layer.summary = replace(ask.summary, state={**state, "since": since})
-        valid = query_valid(ask.query)
-        weight = valid / valid.sum(-1, keepdim=True).clamp_min(1)
-        one = probe(stored_query(ask.query, ask.layer), weight[:, None].float())
+        one = mean_query(stored_query(ask.query, ask.layer))
         score = self._compare(one, mean_keys(ask.summary))
         return slots_of(fill(score, sizes(ask).amax(1, keepdim=True), ask.room), ask.summary)
 

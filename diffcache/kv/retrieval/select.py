@@ -17,7 +17,7 @@ from diffcache.kv.budget import count_for, slots_for
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.gapless import Pick, Run, is_gapless, views_at
 from diffcache.kv.retrieval.gather import positions_of, views_of
-from diffcache.kv.retrieval.summary import Summary, known, news, probe, query_valid
+from diffcache.kv.retrieval.summary import Summary, known, mean_query, news
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.settings import Count, Size, Whole
 from diffcache.kv.slots import Slots
@@ -102,7 +102,10 @@ class Selecting(Retriever):
         own = always.sum(-1) - query.count + 1  # the budget is of the last of several queries
         room = (slots_for(self.budget, tokens) - own).clamp_min(0)
         self._tell_of_room(layer.held)
-        one = _mean(query) if together and not self.chunks else query
+        one = query
+        if together and not self.chunks:
+            one = replace(mean_query(query), start=query.start)
+            one = replace(one, q=one.q.to(query.q.dtype))
         ask = Ask(one, layer, others, summary, valid & ~always, room)
         chosen = self.choose(ask)
         if chosen is None:
@@ -197,14 +200,6 @@ def _seen(query: Query, pos: Tensor) -> Tensor:
     window = None if query.window is None else query.window + count - 1
     mask = None if query.mask is None else query.mask.any(2, keepdim=True)
     return visible(replace(query.narrow(count - 1, count), mask=mask, window=window), pos)[:, :, 0]
-
-
-def _mean(query: Query) -> Query:
-    """Return the mean of queries that choose together, padding left out."""
-    valid = query_valid(query)
-    weight = valid / valid.sum(-1, keepdim=True).clamp_min(1)
-    one = probe(query, weight[:, None])
-    return replace(one, q=one.q.to(query.q.dtype), start=query.start)
 
 
 def asked(query: Query, keys: Tensor) -> Tensor:

@@ -115,6 +115,12 @@ def query_valid(query: Query) -> Tensor:
     return mask.gather(2, at[..., None])[..., 0]
 
 
+def mean_query(query: Query) -> Query:
+    """Return the mean of queries, padding left out, as one of float32."""
+    valid = query_valid(query)
+    return probe(query, (valid / valid.sum(-1, keepdim=True).clamp_min(1))[:, None])
+
+
 def probe(query: Query, weight: Tensor) -> Query:
     """Return one query, the sum of n by weights [B, Hq or 1, n], which add up to 1."""
     q = (query.q.float() * weight[..., None]).sum(2, keepdim=True)
