@@ -18,7 +18,7 @@ from diffcache.eval.runs import measure
 from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.evaluate import Plan
 from diffcache.eval.runs.ranks import Progress
-from diffcache.eval.runs.task import Task
+from diffcache.eval.runs.task import Task, weights_sha256
 from diffcache.pipelines.demo import saved
 from diffcache.pipelines.demo.saved import locate
 from diffcache.pipelines.load import Loading, identity_of, load
@@ -57,6 +57,11 @@ def test_adapters_are_scaled_and_part_of_the_identity(adapter: Path, tmp_path: P
     moved = weight(whole) - weight(plain)
     assert moved.abs().max() > 1e-3 and torch.equal(weight(folder), weight(whole))
     torch.testing.assert_close(weight(half) - weight(plain), moved / 2, rtol=1e-4, atol=1e-5)
+    assert weights_sha256(whole) == weights_sha256(folder) != weights_sha256(half)
+    half.disable_lora()
+    off = weights_sha256(half)
+    half.enable_lora()
+    assert weights_sha256(half) != off
     about = Drawer(replace(TASK, loading=Loading(loras=(str(adapter),)))).about
     assert about["loading"] == identity_of(Loading(loras=(str(adapter),)))
     assert "loading" not in Drawer(TASK).about

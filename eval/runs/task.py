@@ -27,6 +27,7 @@ _PACKAGE = Path(diffcache.__file__).parent
 _CODE = ("step.py", "digest.py", "features", "attach", "kernels", "quant")
 _SMALL_BYTES = 1 << 20
 _SOME_VALUES = 64
+_ADAPTERS = ("scaling", "active_adapters", "disable_adapters", "merged_adapters")
 MOST_SEED = 2**62  # of a generator, with room for those of the batches
 
 
@@ -115,7 +116,7 @@ def code_sha256() -> str:
 
 
 def weights_sha256(pipe: Any) -> str:
-    """Return a SHA-256 that tells live pipelines apart: configurations, and some of all weights.
+    """Return a SHA-256 that tells live pipelines apart: configurations, some of all weights, and adapters in use.
 
     Of every parameter and buffer the shape, the dtype, the sum and 64 values are read. Where some
     cannot be read it is another every time, so that nothing is taken for drawn already.
@@ -125,8 +126,13 @@ def weights_sha256(pipe: Any) -> str:
         config: Any = getattr(part, "config", None) or {}
         known = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         found.update(f"{name}:{type(part).__name__}:{digest(known)}".encode())
-        for key, tensor in part.state_dict().items() if isinstance(part, nn.Module) else ():
+        if not isinstance(part, nn.Module):
+            continue
+        for key, tensor in part.state_dict().items():
             found.update(f"{key}:{tuple(tensor.shape)}:{tensor.dtype}:{_values(tensor)}".encode())
+        for key, module in part.named_modules():
+            if isinstance(getattr(module, "scaling", None), dict):  # a layer of peft
+                found.update(f"{key}:{[getattr(module, name, None) for name in _ADAPTERS]}".encode())
     return found.hexdigest()
 
 
