@@ -53,12 +53,12 @@ class Frames(Selecting):
     def choose(self, ask: Ask) -> Tensor:
         """Return the slots of the best frames, or those that the question before chose."""
         state, count = ask.summary.state, ask.query.count
+        own = news(ask.layer, ask.layer.held - count, stored=True)
+        if count > 1 and bool((own.column("tag") > 0).where(own.valid, True).all()):
+            return torch.zeros_like(ask.free)  # frames see the last tokens only
         if count <= self.few and "since" in state:
             later = ask.summary.pos >= state["since"]
             return at_positions(state["chosen"], ask.summary.pos) | later
-        own = news(ask.layer, ask.layer.held - count, stored=True)
-        if count > self.few and bool((own.column("tag") > 0).where(own.valid, True).all()):
-            return torch.zeros_like(ask.free)  # frames see the last tokens only
         first = ask.query.start - self.recent + 1
         since = torch.full((len(own.k), 1, 1), first, device=own.k.device)
         ask.layer.summary = replace(ask.summary, state={**state, "since": since})

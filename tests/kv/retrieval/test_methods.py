@@ -208,8 +208,9 @@ def test_sentences_end_where_their_ends_are() -> None:
     assert sentence_tags(ids, {9}, pad=0)[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 4]
 
 
-def test_frames_see_the_last_tokens_and_a_question_its_frames(reads: dict[KVLayer, Tensor]) -> None:
-    chooser = Frames(6 + 10, sinks=2, recent=4, block=5, few=1)
+@pytest.mark.parametrize("few", [1, 5])
+def test_frames_see_the_last_tokens_and_a_question_its_frames(few: int, reads: dict[KVLayer, Tensor]) -> None:
+    chooser = Frames(6 + 10, sinks=2, recent=4, block=5, few=few)
     line = Row("rekv")
     k, v, q = tokens(60)
     tag = (torch.arange(60) // 5 + 1).to(torch.int32).expand(B, 1, -1).clone()
