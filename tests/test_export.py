@@ -90,6 +90,16 @@ def test_cache_dit_reads_a_tuned_list_of_steps(tmp_path):
     assert tuple(step for step, computed in enumerate(mask) if computed) == chosen
     assert len(mask) == tuned.steps and config.steps_computation_policy == "static"
     assert forecast.taylorseer_order == 2 and "first block" in made.notes[0]
+    assert forecast.enable_encoder_calibrator
+
+
+def test_what_cache_dit_and_vllm_omni_do_otherwise_is_told():
+    early, late = (export(DBCache(0.1, order=1, warmup=warmup), "cache-dit") for warmup in (3, 4))
+    assert early.data["cache_config"]["enable_encoder_taylorseer"]  # off there by default: texts would be reused
+    assert "from step 3" in early.notes[0] and "from step 3" not in "".join(late.notes)
+    assert "from step 3" in export(TaylorSeer(every=4), "cache-dit", steps=9).notes[1]
+    for method in (MagCache(tables=str(MAG)), DBCache(0.1, by_branch=True)):
+        assert "two steps" in export(method, "vllm-omni").notes[-1]
 
 
 def omni(made):

@@ -39,7 +39,9 @@ from diffcache.step import Site
 
 _CLAMPED = "changes outside of those at calibration count as the nearer end here, and as the polynomial has it there"
 _APART = "each guidance branch decides for itself there, and the first decides for all here"
-_OWN_LISTS = "one residual over all lists of blocks there, one a list here"
+_OWN_LISTS = "lists of blocks may be caches of their own there, and the first blocks of the model decide for all here"
+_LATE = "differences are taken from step 3 on there, and what is skipped before the next computed one is reused"
+_MIXED = "guidance in two calls a step may count as two steps there"
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,6 @@ def _dual_block(method: DBCache | FirstBlock) -> dict[str, Any]:
     """Return the gate on the first blocks as cache-dit calls its settings."""
     if isinstance(method, FirstBlock):
         method = DBCache(method.threshold, warmup=method.warmup, by_branch=method.by_branch)
-    forecast = {"enable_taylorseer": True, "taylorseer_order": method.order} if method.order else {}
     return {
         "Fn_compute_blocks": method.lead,
         "Bn_compute_blocks": method.tail,
@@ -168,8 +169,13 @@ def _dual_block(method: DBCache | FirstBlock) -> dict[str, Any]:
         "max_continuous_cached_steps": -1 if method.longest is None else method.longest,
         "residual_diff_threshold": method.threshold,
         "cfg_diff_compute_separate": method.by_branch,
-        **forecast,
+        **_forecast(method.order),
     }
+
+
+def _forecast(order: int) -> dict[str, Any]:
+    """Return the forecast of the skipped residuals, of images and texts, as cache-dit calls its settings."""
+    return {"enable_taylorseer": True, "enable_encoder_taylorseer": True, "taylorseer_order": order} if order else {}
 
 
 def _mask(parts: Combine, method: Method, run: _Run) -> tuple[dict[str, Any], list[str]]:
@@ -185,8 +191,8 @@ def _mask(parts: Combine, method: Method, run: _Run) -> tuple[dict[str, Any], li
     if when.total not in (None, total):
         raise run.refuse(method, f"its steps are of runs of {when.total}, not of {total}")
     computed = set(steps_of(when, total))
-    forecast = {"enable_taylorseer": True, "taylorseer_order": order} if order else {}
     notes = [] if parts.lead else ["the first block always runs there"]
+    notes += [_LATE] if order and computed & {1, 2} else []
     return {
         "Fn_compute_blocks": max(1, parts.lead),
         "Bn_compute_blocks": parts.tail,
@@ -195,7 +201,7 @@ def _mask(parts: Combine, method: Method, run: _Run) -> tuple[dict[str, Any], li
         "num_inference_steps": total,
         "steps_computation_mask": [int(index in computed) for index in range(total)],
         "steps_computation_policy": "static",
-        **forecast,
+        **_forecast(order),
     }, [*notes, _OWN_LISTS]
 
 
@@ -216,7 +222,7 @@ def _diffusers(method: Method, run: _Run) -> Exported:
 
 def _cache_dit(method: Method, run: _Run) -> Exported:
     if isinstance(method, (DBCache, FirstBlock)):
-        return Exported({"cache_config": _dual_block(method)}, "yaml", (_OWN_LISTS,))
+        return Exported({"cache_config": _dual_block(method)}, "yaml", (*_late(method), _OWN_LISTS))
     parts = reuse_of(method)
     if parts is None or method.abilities() != (parts,):
         raise run.refuse(method, "it does more than reuse features")
@@ -257,8 +263,10 @@ def _vllm_omni(method: Method, run: _Run) -> Exported:
         steps = found.pop("num_inference_steps")
         config = {f"mag_{key.removeprefix('mag_')}": value for key, value in found.items()}
         config["num_inference_steps"] = steps
-        return Exported({"cache_backend": "mag_cache", "cache_config": config}, "json", (_APART,))
+        notes = (f"every request is taken as one of {steps} steps there", _MIXED)
+        return Exported({"cache_backend": "mag_cache", "cache_config": config}, "json", notes)
     config, notes = _without_branches(method, run)
+    notes = (*notes, _MIXED)
     return Exported({"cache_backend": "cache_dit", "cache_config": config}, "json", notes)
 
 
@@ -286,8 +294,15 @@ def _without_branches(method: Method, run: _Run) -> tuple[dict[str, Any], tuple[
         has = "it has gates on the first blocks, TeaCache and no more"
         raise run.refuse(method, f"it takes no list of steps; {has}")
     config = _dual_block(method)
+    config.pop("enable_encoder_taylorseer", None)  # which they set themselves
     apart = config.pop("cfg_diff_compute_separate")
-    return config, (_OWN_LISTS,) if apart else (_OWN_LISTS, _APART)
+    return config, (*_late(method), _OWN_LISTS, *(() if apart else (_APART,)))
+
+
+def _late(method: DBCache | FirstBlock) -> tuple[str, ...]:
+    """Return a note where cache-dit has not all differences by the end of the warm-up."""
+    order = method.order if isinstance(method, DBCache) else 0
+    return (_LATE,) if order and method.warmup < 3 + order else ()
 
 
 def _comfyui(method: Method, run: _Run) -> Exported:
