@@ -254,6 +254,8 @@ def _adapt(pipe: Any, loras: tuple[str, ...]) -> None:
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(f"--lora {text}: cannot be put into the pipeline: {reason}") from error
+        if not any(name in names for names in pipe.get_list_adapters().values()):
+            raise ValueError(f"--lora {text}: has no weights for a {type(pipe).__name__}")
         scales[name] = scale
     pipe.set_adapters(list(scales), list(scales.values()))
 

@@ -66,6 +66,9 @@ def test_adapters_are_scaled_and_part_of_the_identity(adapter: Path, tmp_path: P
     assert about["loading"] == identity_of(Loading(loras=(str(adapter),)))
     assert "loading" not in Drawer(TASK).about
     other = tmp_path / "other.safetensors"
+    save_file({"unet.to_q.lora_A.weight": torch.ones(2, 8), "unet.to_q.lora_B.weight": torch.ones(8, 2)}, other)
+    with pytest.raises(ValueError, match=r"other\.safetensors: has no weights for a FluxPipeline"):
+        load("sticker-flux", loading=Loading(loras=(str(adapter), str(other))))
     other.write_bytes(adapter.read_bytes() + b" ")
     sums = [identity_of(Loading(loras=(str(file),)))["adapters"] for file in (adapter, other)]
     assert [*sums[0].values()] != [*sums[1].values()]
