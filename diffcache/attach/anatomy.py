@@ -14,6 +14,10 @@ from diffcache.features.combine import Combine
 from diffcache.step import Site
 
 SHARE = 0.05  # a list with less of the blocks' parameters is left alone
+UNETS = (  # ways down, middles and ways up: of diffusers, and of the original code
+    ("down_blocks", "mid_block", "up_blocks"),
+    ("input_blocks", "middle_block", "output_blocks"),
+)
 TIMESTEPS = ("timestep", "timesteps", "t", "time", "sigma", "sigmas")
 _ATTENTION = re.compile(r"(\w+_)?att(n|ention)(?!_?(norm|gate|scale))")
 _FEED_FORWARD = re.compile(r"((img|txt|audio|video|image|text)_)?(ff|ffn|mlp|feed_?forward)(_|\d|$)|conv_ff")
@@ -102,10 +106,12 @@ class Anatomy:
 def anatomy_of(model: nn.Module) -> Anatomy:
     """Return the anatomy of a denoiser; raise AttachError if it has no list of blocks to cache."""
     found = _lists(model)
-    is_unet = {"down_blocks", "up_blocks"} <= {key for key, _, _ in found}
-    if is_unet:  # the middle is one block, whatever lists it has inside
-        found = [entry for entry in found if not entry[0].startswith("mid_block.")]
-    total = sum(size for _, _, size in found)
+    keys = {key for key, _, _ in found}
+    middle = next((middle for down, middle, up in UNETS if {down, up} <= keys), "")
+    if middle:  # it is one block, whatever lists it has inside
+        found = [entry for entry in found if not entry[0].startswith(f"{middle}.")]
+    dicts = (child for child in model.children() if isinstance(child, nn.ModuleDict))  # of blocks, no list of them
+    total = sum(size for _, _, size in found) + sum(p.numel() for blocks in dicts for p in blocks.parameters())
     lists: list[BlockList] = []
     excluded: list[BlockList] = []
     for key, blocks, size in found:
@@ -118,8 +124,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
             f"least two blocks, at most {'two levels' if _deepest(model) > 1 else 'one level'} "
             "below the model"
         )
-    middle = getattr(model, "mid_block", None) if is_unet else None
-    singles = ("mid_block",) if isinstance(middle, nn.Module) else ()
+    singles = (middle,) if isinstance(getattr(model, middle, None), nn.Module) else ()
     modules = [
         site
         for key in [*(entry.key for entry in lists), *singles]
@@ -132,7 +137,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         singles,
         _timestep(model),
         tuple(modules),
-        is_unet,
+        bool(middle),
         _sample(model),
     )
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from diffcache.anchor import ATTRIBUTE, subclass
 from diffcache.attach.call import Call
-from diffcache.errors import CacheWarning
+from diffcache.errors import AttachError, CacheWarning
 from diffcache.foreign import CALL_CODE, children_of, set_children
 from diffcache.step import CURRENT
 
@@ -36,6 +36,12 @@ class Tap:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        name = type(self.module).__name__
+        raise AttachError(
+            f"the model goes through the layers of a {name} itself: a cache skips calls, and it calls none"
+        )
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # isinstance() in a model's loop sees the module's class

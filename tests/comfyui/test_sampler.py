@@ -2,14 +2,15 @@
 
 import asyncio
 import importlib
-import importlib.machinery
 import json
 import os
 import sys
 from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +26,26 @@ PLACE = os.environ.get("COMFYUI", "")
 class Anything(ModuleType):
     """Stands for a package that tiny models never call."""
 
-    __path__: ClassVar[list[str]] = []
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {})
+
+
+class Absent(MetaPathFinder, Loader):
+    """Finds what is not installed of the packages whose names ComfyUI imports."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the place of a module or of a part of one; None for other packages."""
+        here = name.partition(".")[0] in ("torchvision", "torchaudio")
+        return ModuleSpec(name, self, is_package=True) if here else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the stand-in."""
+        return Anything(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: there is no code."""
 
 
 def comfy() -> SimpleNamespace:
@@ -44,10 +59,7 @@ def comfy() -> SimpleNamespace:
     try:
         importlib.import_module("torchvision.transforms")
     except (ImportError, RuntimeError):
-        for name in ("torchvision", "torchvision.transforms"):
-            sys.modules[name] = module = Anything(name)
-            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]  # type: ignore[attr-defined]
+        sys.meta_path.insert(0, Absent())
     try:
         importlib.import_module("comfy.options").enable_args_parsing(False)
         importlib.import_module("comfy.cli_args").args.cpu = True
@@ -69,11 +81,19 @@ SIZES = dict(patch_size=(1, 2, 2), text_len=8, in_dim=16, dim=48, ffn_dim=64, fr
 WAN = dict(SIZES, image_model="wan2.1", model_type="t2v", num_heads=4, num_layers=4)
 
 
+UNET = dict(
+    image_size=32, in_channels=4, out_channels=4, model_channels=32, num_res_blocks=[1, 1], channel_mult=(1, 2),
+    transformer_depth=[1, 1], transformer_depth_output=[1, 1, 1, 1], transformer_depth_middle=1, context_dim=8,
+    use_spatial_transformer=True, legacy=False,
+)  # fmt: skip
+
+
 class Model:
     """A tiny random model in ComfyUI's `ModelPatcher`, with a count of the blocks that ran."""
 
     def __init__(self, name: str) -> None:
         kinds = {"flux": ("Flux", FLUX, (1, 4, 8, 8)), "wan": ("WAN21_T2V", WAN, (1, 16, 2, 8, 8))}
+        kinds["unet"] = ("SD15", UNET, (1, 4, 8, 8))
         kind, sizes, self.shape = kinds[name]
         config = getattr(COMFY.supported_models, kind)({**sizes, "dtype": torch.float32})
         config.set_inference_dtype(torch.float32, None)
@@ -85,10 +105,10 @@ class Model:
         self.patcher = COMFY.model_patcher.ModelPatcher(model, cpu, cpu)
         self.network: Any = model.diffusion_model
         self.ran = 0
-        lists = ("double_blocks", "single_blocks", "blocks")
+        lists = ("double_blocks", "single_blocks", "blocks", "input_blocks", "output_blocks")
         self.blocks = [b for name in lists for b in getattr(self.network, name, [])]
         for block in self.blocks:
-            block.register_forward_hook(self._count)
+            (block[0] if isinstance(block, nn.Sequential) else block).register_forward_hook(self._count)
 
     def _count(self, *given: Any) -> None:
         self.ran += 1
@@ -137,6 +157,7 @@ def sample(
 
 
 NODE, REPORT = load().NODE_CLASS_MAPPINGS.values()
+CODE = load().nodes
 pytestmark = pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")
 
 
@@ -156,7 +177,7 @@ def by_hand(model: Model, method: str, **given: Any) -> tuple[torch.Tensor, str]
 
     patcher = model.patcher.clone()
     patcher.set_model_unet_function_wrapper(named)
-    with diffcache.wrapped(model.network, method, every=3):
+    with diffcache.wrapped(model.network, method, every=3), CODE.called_blocks(model.network):
         with diffcache.run(model.network, steps=10):
             made = sample(model, patcher, **given)
         return made, str(diffcache.report(model.network))
@@ -167,7 +188,7 @@ def told(patcher: Any) -> str:
     return text
 
 
-@pytest.fixture(params=["flux", "wan"])
+@pytest.fixture(params=["flux", "wan", "unet"])
 def model(request: pytest.FixtureRequest) -> Model:
     return Model(request.param)
 
@@ -219,7 +240,7 @@ def test_a_solver_that_evaluates_twice_counts_evaluations(model: Model) -> None:
 def test_the_samplers_that_are_said_to_evaluate_once_do(flux: Model) -> None:
     patched = cached(flux.patcher, settings="every=2")
     found = {}
-    for name in load().nodes.ONCE_A_STEP:
+    for name in CODE.ONCE_A_STEP:
         sample(flux, patched, sampler=name, steps=4)
         found[name] = told(patched).partition("steps ")[2].splitlines()[0].split()
     assert {name for name, words in found.items() if words[0] != "4:"} == set()

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+import diffcache
+from diffcache.errors import AttachError
 from diffcache.presets.choose import presets
 from tests.comfyui.node_folder import FOLDER, load
 
@@ -92,6 +95,62 @@ def test_what_is_not_told_falls_back_and_says_so() -> None:
         method, why = CODE.method_for(model, "preset", "", "auto", "as computed")
         assert type(method).__name__ == "TaylorSeer"
         assert words in why
+
+
+class Layer(nn.Linear):
+    pass
+
+
+class UNetModel(nn.Module):
+    """A network whose function goes through the layers of its blocks, as ComfyUI's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = [[Layer(2, 2)], [Layer(2, 2), nn.SiLU()], [Layer(2, 2)], [Layer(4, 2)], [Layer(4, 2)]]
+        a, b, middle, c, d = (type("Block", (nn.Sequential,), {})(*layers) for layers in made)
+        self.input_blocks, self.middle_block = nn.ModuleList([a, b]), middle
+        self.output_blocks = nn.ModuleList([c, d])
+        for block in (a, b, middle, c, d):
+            block[0].register_forward_hook(lambda *given: RAN.append(given[0]))
+
+    def forward(self, x: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        """Go down, through the middle and up."""
+        held, h = [], x
+        for block in self.input_blocks:
+            h = forward_timestep_embed(block, h)
+            held.append(h)
+        h = forward_timestep_embed(self.middle_block, h)
+        for block in self.output_blocks:
+            h = forward_timestep_embed(block, torch.cat([h, held.pop()], 1))
+        return h
+
+
+RAN: list[nn.Module] = []
+
+
+def forward_timestep_embed(block: Any, h: torch.Tensor) -> torch.Tensor:
+    for layer in block:
+        h = layer(h)
+    return h
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("site", "kept"), [("stack", 0), ("deep", 2)])
+def test_the_blocks_of_comfyui_s_unet_are_skipped(site: str, kept: int) -> None:
+    torch.manual_seed(0)
+    unet, through = UNetModel(), forward_timestep_embed
+    plain = unet(torch.ones(1, 2), torch.ones(1))
+    out, ran = [], []
+    with diffcache.wrapped(unet, diffcache.Interval(2, site=site)), CODE.called_blocks(unet), diffcache.run(unet):
+        for step in range(4):
+            RAN.clear()
+            out.append(unet(torch.ones(1, 2), torch.ones(1) - step / 4))
+            ran.append(len(RAN))
+    assert ran[1:] == [kept, 5, kept]
+    torch.testing.assert_close(torch.stack(out), plain.expand(4, 1, 2))
+    assert forward_timestep_embed is through
+    with diffcache.wrapped(unet, "interval"), pytest.raises(AttachError, match="goes through the layers of a Block"):
+        unet(torch.ones(1, 2), torch.ones(1))
 
 
 def test_the_registry_finds_what_it_needs() -> None:

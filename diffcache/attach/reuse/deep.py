@@ -37,6 +37,8 @@ def split(model: nn.Module, anatomy: Anatomy, parts: Combine) -> tuple[Anatomy, 
             f"lead={parts.lead}, tail={tail} at site 'deep': the last {tail} layers of a UNet read "
             f"what its first {tail} return, which then have to run; set lead={tail}"
         )
+    if not hasattr(model, "down_blocks"):  # of the original code: its blocks are layers, the first is its conv_in
+        return anatomy, replace(parts, site=Site.STACK, lead=lead, tail=tail)
     down, up = _Way(model, "down_blocks"), _Way(model, "up_blocks")
     first, last = down.keep(lead - 1), up.keep(tail)
     anatomy = replace(anatomy, lists=(*anatomy.lists, *down.lists, *up.lists), opened=(*down.opened, *up.opened))
