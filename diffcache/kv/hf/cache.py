@@ -334,7 +334,7 @@ class KVCache(Host, Cache):  # type: ignore[misc]
                 "new cache of cache_for(model, ...)"
             )
         self.store.speculative = True
-        for layer in self._stock():
+        for layer in self.beside:
             record = getattr(layer, "activate_past_recording", None)
             if record is not None:
                 record()
@@ -375,12 +375,8 @@ class KVCache(Host, Cache):  # type: ignore[misc]
     def _ours(self) -> list[SlotLayer]:
         return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
-    def _stock(self) -> list[Any]:
-        """Return what a layer holds outside the store."""
-        return [x for x in self.layers if type(x) is not SlotLayer]
-
     def _others(self, verb: str, *given: Any) -> None:
-        for layer in self._stock():
+        for layer in self.beside:
             getattr(layer, verb)(*given)
 
 

@@ -153,7 +153,7 @@ def _forward(
 
 def check_whole(cache: Host) -> None:
     """Raise ValueError unless all layers of the model are in the store."""
-    others = len(cache.layers) - len(cache.store.layers)
+    others = len(cache.beside)
     if others:
         raise ValueError(
             f"{others} of {len(cache.layers)} layers attend to a sliding window or otherwise, and "
@@ -171,6 +171,11 @@ def _positions(cache: Host, ids: Tensor) -> Tensor:
     if cache.writer.exchange is not None:
         raise ValueError("this cache holds inputs of layers in place of keys; use a plain recipe")
     check_whole(cache)
+    if cache.writer.noted is not None:
+        raise ValueError(
+            "keys are held before rotation, and positions on several axes are not known of tokens computed anew; use "
+            "a recipe that holds keys as they are (space='post')"
+        )
     for layer in cache.store.layers:
         if layer.segments or layer.tail.length != layer.seen or layer.seen != ids.shape[1]:
             raise ValueError(

@@ -218,6 +218,12 @@ class Host:
         """`"native"` or `"stock"`."""
         return self.setup.mode
 
+    @property
+    def beside(self) -> list[Any]:
+        """The layers that hold something outside the store."""
+        owned = self.setup.owned
+        return [x for at, x in enumerate(self.layers) if at not in owned or isinstance(x, FUSED)]
+
     def begin(self, count: int) -> None:
         """Settle what is due, at the first layer of a forward of `count` tokens; see `check`."""
         self._check_used()
@@ -232,8 +238,7 @@ class Host:
             ValueError: If an earlier forward did not come to its end, or only the store was filled.
         """
         self._check_used()
-        owned = self.setup.owned
-        beside = [x for at, x in enumerate(self.layers) if at not in owned or isinstance(x, FUSED)]
+        beside = self.beside
         if self.store.seen and beside and all(map(_is_empty, beside)):
             raise ValueError(
                 f"layers beside the store hold nothing of its {self.store.seen} tokens, as where the store alone was "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.rotary import Rotation
+from diffcache.kv.rotary import Rotary, Rotation
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
 
@@ -108,7 +108,8 @@ def turns_of(store: KVStore, piece: Piece, source: Tensor, rotary: Sequence[Rota
     """Return how the keys of each layer are turned, None where they need not be, given what `lay_out` is.
 
     Raises:
-        ValueError: If keys move and `rotary` is missing or its frequencies change, or the piece is of another model.
+        ValueError: If keys move and `rotary` is missing, its frequencies change or it is of several axes, or the
+            piece is of another model.
     """
     if len(piece.layers) != len(store.layers):
         raise ValueError(
@@ -125,10 +126,16 @@ def turns_of(store: KVStore, piece: Piece, source: Tensor, rotary: Sequence[Rota
             "them before rotation (space='pre')"
         )
     for layer, turn in zip(store.layers, turns, strict=True):
-        if turn is not None and turn.varies and (moves or piece.rotated != (layer.rotary is None)):
+        turned = moves or piece.rotated != (layer.rotary is None)
+        if turn is not None and turn.varies and turned:
             raise ValueError(
                 "this model's frequencies change with the length, so that rotated keys are not turned: hold "
                 "those of pieces and of the store before rotation (space='pre')"
+            )
+        if (turned or not piece.rotated) and not isinstance(turn, Rotary):
+            raise ValueError(
+                "keys are rotated by positions on several axes, which pieces do not have: only a beginning that stays "
+                "where it was is laid out, its keys held as they are (space='post')"
             )
     return turns
 
