@@ -141,9 +141,12 @@ def test_sglang_reads_a_polynomial():
 
     file = "multimodal_gen/configs/sample/teacache.py"
     cls = class_of("sglang", file, "TeaCacheParams", CacheParams=object, Callable=Callable)
-    made = cls(**settings_of(export(str(TEA), "sglang", warmup=3)))
-    assert made.teacache_thresh == 0.35 and len(made.get_coefficients()) == 5
-    later = cls(**settings_of(export(str(TEA), "sglang", last=False)))
+    time = TeaCache(0.35, coefficients=(1.0, 0.0), input="time", warmup=0.25)
+    made = cls(**settings_of(export(time, "sglang", steps=10)))
+    assert made.teacache_thresh == 0.35 and made.get_coefficients() == [0.0, 0.0, 0.0, 1.0, 0.0]
+    projected = TeaCache(coefficients=(1.0, 0.0), input="time-projection", last=False)
+    later = cls(**settings_of(export(projected, "sglang")))
+    assert (made.use_ret_steps, later.use_ret_steps) == (False, True)
     new = hasattr(made, "get_skip_boundaries")  # the main branch calls it so, 0.5.23 otherwise
     spans = [
         one.get_skip_boundaries(10, do_cfg=False) if new else one.get_skip_step_range(10) for one in (made, later)
@@ -184,10 +187,10 @@ BRANCHES = MagCache(ratios=((1.0, 0.9), (1.0, 0.8)))
 
 def test_the_command_line_writes_and_warns(tmp_path):
     out = tmp_path / "cache.json"
-    words = ["export", str(TEA), "--to", "sglang", "--set", "threshold=0.2", "--out", str(out)]
-    done = CliRunner().invoke(app, words)
+    words = ["export", str(TEA), "--to", "vllm-omni", "--set", "threshold=0.2", "--set", "last=False"]
+    done = CliRunner().invoke(app, [*words, "--out", str(out)])
     assert done.exit_code == 0, done.output
-    assert json.loads(out.read_text())["teacache_thresh"] == 0.2
+    assert json.loads(out.read_text())["cache_config"]["rel_l1_thresh"] == 0.2
     assert "warning: changes outside" in done.output + done.stderr
     printed = CliRunner().invoke(app, ["export", "dbcache:threshold=0.12", "--to", "cache-dit"])
     assert yaml.safe_load(printed.stdout)["cache_config"]["residual_diff_threshold"] == 0.12

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,13 +235,19 @@ def _sglang(method: Method, run: _Run) -> Exported:
     if not isinstance(method, TeaCache):
         return _cache_dit(method, run)
     values, notes = _polynomial(method, run)
-    if method.compared() != "modulated":
-        raise run.refuse(method, f"input={method.compared()!r}; its polynomials are of the input")
+    if method.compared() == "modulated":  # of its models Wan has TeaCache
+        raise run.refuse(method, "input='modulated'; it compares the time embedding: calibrate with input='time'")
+    first = method.warmup
+    if first < 1 and run.steps is not None:
+        first = math.ceil(first * run.steps)
+    elif first < 1:
+        notes = (*notes, "a warm-up that is a share of the run is rounded down there and up here; say steps=")
     content = {
         "teacache_thresh": method.threshold,
         "coefficients": _of_five(values, method, run),
-        "start_skipping": method.warmup,  # a share of the run where it is below 1, as here
+        "start_skipping": first,
         "end_skipping": -1 if method.last else 1.0,
+        "use_ret_steps": method.compared() == "time-projection",
     }
     return Exported(content, "json", (*notes, _APART))
 
