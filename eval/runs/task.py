@@ -116,8 +116,9 @@ def code_sha256() -> str:
 
 
 def weights_sha256(pipe: Any) -> str:
-    """Return a SHA-256 that tells live pipelines apart: configurations, some of all weights, and adapters in use.
+    """Return a SHA-256 that tells live pipelines apart: configurations, some of all weights, switches and adapters.
 
+    Switches are the numbers and words among modules' attributes, such as those of tiles and of FreeU.
     Of every parameter and buffer the shape, the dtype, the sum and 64 values are read. Where some
     cannot be read it is another every time, so that nothing is taken for drawn already.
     """
@@ -131,6 +132,8 @@ def weights_sha256(pipe: Any) -> str:
         for key, tensor in part.state_dict().items():
             found.update(f"{key}:{tuple(tensor.shape)}:{tensor.dtype}:{_values(tensor)}".encode())
         for key, module in part.named_modules():
+            plain = {n: x for n, x in vars(module).items() if isinstance(x, (int, float, str)) and n[0] != "_"}
+            found.update(f"{key}:{digest(plain)}".encode())
             if isinstance(getattr(module, "scaling", None), dict):  # a layer of peft
                 found.update(f"{key}:{[getattr(module, name, None) for name in _ADAPTERS]}".encode())
     return found.hexdigest()
