@@ -136,10 +136,12 @@ def _film_block(
         _write(pen, (label + column * pitch, 22), f"frame {frame}", (pitch, 11, _GREY))
     for line, (row, film) in enumerate(rows):
         top = 42 + line * (high + 8)
-        _write(pen, (0, top), str(row["name"]), (label - 8, _LARGE, _INK))
+        method, _, settings = str(row["name"]).partition(":")
+        _write(pen, (0, top), method, (label - 8, _LARGE, _INK))
         fits = film is not None and film.shape == base.shape
         words = "no file" if not fits else "" if row is uncached else closeness(base, film)
-        _write(pen, (0, top + 22), words, (label - 8, _SMALL, _GREY))
+        for number, text in enumerate(filter(None, (settings, words))):
+            _write(pen, (0, top + 22 + 17 * number), text, (label - 8, _SMALL, _GREY))
         for column, frame in enumerate(shown if fits else []):
             canvas.paste(_enlarged(film[frame], _FRAME), (label + column * pitch, top))
     return canvas

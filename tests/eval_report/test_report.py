@@ -362,6 +362,11 @@ def test_films_have_contact_sheets_and_previews(tmp_path: Path) -> None:
     reader = read_page(tmp_path / "report" / "report.html")
     assert reader.tags.count("video") == 2
     assert sum(link.startswith("data:video/mp4;base64,") for link in reader.fetched) == 2
+    labels = []
+    for size in (0.05, 0.08):
+        record["rows"][1]["name"] = f"first-block:threshold={size}"
+        labels.append(pixels_of(strips.draw(record, [tmp_path])[0][0])[60:, :160])
+    assert not np.array_equal(*labels)  # settings are not cut off
 
 
 def test_links_that_lead_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
