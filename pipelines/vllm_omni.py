@@ -21,7 +21,7 @@ from diffcache.errors import AttachError
 from diffcache.features.base import Method
 
 DENOISERS = ("transformer", "transformer_2", "unet")
-# Methods whose steps are the same on every rank; gates decide by the part of the sample that a rank has.
+# Methods known to have the same steps on every rank; gates decide by the part of the sample that a rank has.
 FIXED = ("interval", "taylorseer", "magcache")
 
 
@@ -74,12 +74,12 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
 
         Raises:
             AttachError: If it has none, or they cannot be cached with this method.
-            ValueError: If several ranks share a generation and the method decides by the sample.
+            ValueError: If there are several ranks and the method is none of `FIXED`.
         """
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         if ranks and torch.distributed.get_world_size() > 1 and self.method.name not in FIXED:
             raise ValueError(
-                f"method={self.method.name!r}: decides by what one rank sees, and ranks that "
+                f"method={self.method.name!r}: may decide by what one rank sees, and ranks that "
                 f"decide differently wait for one another; take {', '.join(FIXED)}"
             )
         self.disable()

@@ -235,7 +235,7 @@ def _sglang(method: Method, run: _Run) -> Exported:
     if not isinstance(method, TeaCache):
         return _cache_dit(method, run)
     values, notes = _polynomial(method, run)
-    if method.compared() == "modulated":  # of its models Wan has TeaCache
+    if method.compared() == "modulated":  # of its models Wan and LingBot-World have TeaCache
         raise run.refuse(method, "input='modulated'; it compares the time embedding: calibrate with input='time'")
     first = method.warmup
     if first < 1 and run.steps is not None:
