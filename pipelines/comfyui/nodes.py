@@ -48,6 +48,7 @@ ONCE_A_STEP = (
     "deis", "res_multistep", "res_multistep_cfg_pp", "res_multistep_ancestral", "er_sde",
     "res_multistep_ancestral_cfg_pp", "gradient_estimation", "gradient_estimation_cfg_pp",
 )  # fmt: skip
+OF_FLOWS = ("lazycache", "seacache")  # take ComfyUI's sigma for the noise's weight, which it is in flow matching only
 SIDES = {0: "cond", 1: "uncond"}  # ComfyUI's numbers of conditions
 
 
@@ -73,9 +74,14 @@ class Cache:
         """Run a sampler with the network cached; leave the network as it was.
 
         Raises:
-            AttachError: If something else in the workflow changes the same calls.
+            AttachError: If something else in the workflow changes the same calls, or the method needs another model.
         """
         check_alone(guider.model_options)
+        sampling = type(guider.inner_model.model_sampling)
+        if self.method.name in OF_FLOWS and not any(cls.__name__ == "CONST" for cls in sampling.__mro__):
+            raise AttachError(
+                f"{self.method.name}: made for models of flow matching, and this one is not; use easycache"
+            )
         network = guider.inner_model.diffusion_model
         self.names = {}
         self.report = "the last sampler run did not come to its end"

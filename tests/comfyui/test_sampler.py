@@ -401,6 +401,13 @@ def test_what_the_model_cannot_do_is_refused(flux: Model, method: str, settings:
     diffcache.unwrap(diffcache.wrap(flux.network, "interval"))
 
 
+@pytest.mark.parametrize("hold", ["as computed", "int8"])
+def test_noise_levels_of_other_models_are_not_those_of_flows(hold: str) -> None:
+    unet = Model("unet")
+    with pytest.raises(AttachError, match="lazycache: made for models of flow matching"):
+        sample(unet, cached(unet.patcher, "lazycache", "", hold=hold))
+
+
 @pytest.mark.parametrize("beside", ["easycache", "compile", "windows"])
 def test_nodes_that_change_the_same_calls_are_refused(flux: Model, beside: str) -> None:
     patched = cached(flux.patcher)
