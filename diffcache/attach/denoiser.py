@@ -65,7 +65,7 @@ class Denoiser:
         self.method = handle.method.for_denoiser(name)
         self.total, self.counts_calls = self.method.total, self.method.counts_calls
         self.extensions: list[Extension] = []
-        _check_kind(model, anatomy, handle)
+        _check_kind(name, model, anatomy, handle)
         self.method.check_model(facts_of(model, handle.scheduler, handle.target()))
         try:
             for ability in self.method.abilities():
@@ -238,13 +238,13 @@ class Denoiser:
         return replaced
 
 
-def _check_kind(model: nn.Module, anatomy: Anatomy, handle: Runs) -> None:
+def _check_kind(name: str, model: nn.Module, anatomy: Anatomy, handle: Runs) -> None:
     """Raise AttachError for an autoencoder or text encoder, which no sampler calls in steps."""
     if anatomy.timestep is not None or handle.method.counts_calls:
         return
     if hasattr(model, "encode") and hasattr(model, "decode"):
         kind, way = "an autoencoder, whose forward pipelines never call", ""
-    elif hasattr(model, "get_input_embeddings") and handle.scheduler is None:
+    elif hasattr(model, "get_input_embeddings") and (handle.scheduler is None or name.startswith("text_encoder")):
         kind = "a language model or text encoder"
         way = ", or give a language model a recipe such as 'snapkv', or a policy such as 'elastic'"
     else:
