@@ -5,7 +5,6 @@ import gc
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -207,35 +206,20 @@ def test_codes_are_appended_within_autocast(recipe: Recipe) -> None:
     assert cache.store.layers[0].tail.length < 40
 
 
-@pytest.mark.parametrize("name", ["cake", "compactor", "d2o", "gear", "snapkv | kivi"])
-def test_autocast_changes_neither_scores_nor_codes(name: str) -> None:
+@pytest.mark.parametrize("name", ["cake", "compactor", "d2o", "gear", "quest", "snapkv | kivi"])
+def test_autocast_changes_neither_scores_nor_codes_nor_choices(name: str) -> None:
     model = llama()
     cache = cache_for(model, (examples() | variants())[name]())
     with torch.no_grad():
         model(**ROWS, past_key_values=cache)
-    other = cache.fork()
-    cache.settle()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        other.settle()
+    other, q = cache.fork(), 3 * torch.randn(4, 3, 4, 1, 16, generator=torch.Generator().manual_seed(0))
+    for each in (cache, other):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=each is other):
+            each.settle()
+            for layer in each.store.layers:
+                each.store.views(layer.index, Query(q[layer.index], layer.seen - 1, 1.0))
     for one, two in zip(cache.store.layers, other.store.layers, strict=True):
         assert all(map(torch.equal, one.tensors(), two.tensors()))
-
-
-@pytest.mark.parametrize("name", ["mpcache_select", "quest"])
-def test_autocast_changes_nothing_that_is_chosen(name: str) -> None:
-    model = llama()
-    cache = cache_for(model, replace(examples()[name](), codec=None))
-    with torch.no_grad():
-        model(**ROWS, past_key_values=cache)
-    for layer in cache.store.layers:
-        q = torch.randn(3, 4, 1, 16, generator=torch.Generator().manual_seed(layer.index))
-        read = []
-        for enabled in (False, True):
-            layer.summary = None
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-                (view,) = cache.store.views(layer.index, Query(3 * q, layer.seen - 1, 1.0))
-            read.append(view.slots.pos)
-        assert torch.equal(*read)
 
 
 def test_a_reset_forgets_what_became_of_tags_and_of_what_was_taken_over(model: Any) -> None:
