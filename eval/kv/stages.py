@@ -45,7 +45,7 @@ from diffcache.kv.recipes.eviction import compresskv as compresskv_recipe
 from diffcache.kv.recipes.eviction import epicache as epicache_recipe
 from diffcache.kv.recipes.eviction import h2o
 from diffcache.kv.recipes.eviction import prefixkv as prefixkv_recipe
-from diffcache.kv.retrieval.a2ats import rotary_of
+from diffcache.kv.retrieval.a2ats import far_weight
 from diffcache.kv.retrieval.summary import news
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.slots import Slots, span
@@ -155,12 +155,8 @@ class _Keys(Retriever):
     def views(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:
         """Note unrotated keys and the covariance of queries; read everything."""
         slots = news(layer, layer.held - query.count, stored=True)
-        rotary = rotary_of(layer)
-        q = rotary.rotate(rotary.unrotate(query.q, slots.rpos[:, :1]), float(self.far))
-        heads = slots.k.shape[1]
-        q = q.unflatten(1, (heads, -1)).flatten(2, 3)
         self.keys.setdefault(layer.index, []).append(slots.k.float().cpu())
-        self.weight.setdefault(layer.index, []).append(codebook.covariance(q).cpu())
+        self.weight.setdefault(layer.index, []).append(far_weight(query, layer, self.far).cpu())
         return layer.views()
 
 

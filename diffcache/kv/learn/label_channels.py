@@ -11,7 +11,6 @@ from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.summary import news
 from diffcache.kv.retrieve import Retriever
-from diffcache.kv.slots import Slots
 from diffcache.kv.view import View
 
 By = Literal["qk", "q", "k"]
@@ -32,19 +31,16 @@ class LabelCalibration(Retriever):
         self._k: dict[int, Tensor] = {}
 
     def views(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:
-        """Take note of the queries and of the keys that came with them; read everything."""
-        self.add(layer.index, query, news(layer, layer.held - query.count, stored=False))
-        return layer.views()
-
-    def add(self, layer: int, query: Query, slots: Slots) -> None:
-        """Take note of queries and rotated keys of the same tokens of a layer, padding left out."""
-        heads = slots.k.shape[1]
+        """Take note of the queries and of the keys that came with them, padding left out; read everything."""
+        slots = news(layer, layer.held - query.count, stored=False)
+        heads, index = slots.k.shape[1], layer.index
         there = slots.valid.expand(-1, heads, -1)[..., None].double()
         k = slots.k.double().abs() * there
         q = query.grouped(heads).double().abs().sum(2) * there
         for found, new in ((self._k, k), (self._q, q)):
             total = new.sum((0, 2))
-            found[layer] = found[layer] + total if layer in found else total
+            found[index] = found[index] + total if index in found else total
+        return layer.views()
 
     def importance(self, by: By = "qk") -> Tensor:
         """Return how much each channel contributes, float64 [L, H, D].

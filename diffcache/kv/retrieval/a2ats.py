@@ -61,7 +61,7 @@ class KeyCodes(Selecting):
                 valid = first.valid.expand(first.k.shape[:3])
                 if first.width < _LEAST and first.width < self.codes:
                     return old  # all of it is read until a codebook is worth fitting
-                weight = self._weight(query, layer, first.k.shape[1])
+                weight = far_weight(query, layer, self.far)
                 book = fit(first.k, valid, weight, self.codes, self.steps)
             state |= {"book": book, "weight": weight}
             first = news(layer, 0, stored=True)
@@ -87,13 +87,13 @@ class KeyCodes(Selecting):
         code = ask.summary.slots["code"].long()[:, :, None]
         return top(by_code.gather(3, code.expand(-1, -1, by_code.shape[2], -1)), ask.free, ask.room)
 
-    def _weight(self, query: Query, layer: KVLayer, heads: int) -> Tensor:
-        """Return the covariance of queries as far keys meet them, [B, H, D, D]."""
-        rotary = rotary_of(layer)
-        rpos = news(layer, layer.held - query.count, stored=True).rpos[:, :1]
-        q = rotary.rotate(rotary.unrotate(query.q, rpos), float(self.far))
-        far = replace(query, q=q).grouped(heads)
-        return covariance(far.flatten(2, 3), query_valid(query).repeat(1, far.shape[2]))
+
+def far_weight(query: Query, layer: KVLayer, far: int) -> Tensor:
+    """Return the covariance [B, H, D, D] of the newest queries as they meet keys `far` positions before them."""
+    rotary, own = rotary_of(layer), news(layer, layer.held - query.count, stored=True)
+    q = rotary.rotate(rotary.unrotate(query.q, own.rpos[:, :1]), float(far))
+    met = replace(query, q=q).grouped(own.k.shape[1])
+    return covariance(met.flatten(2, 3), query_valid(query).repeat(1, met.shape[2]))
 
 
 def rotary_of(layer: KVLayer) -> Rotation:
