@@ -78,10 +78,9 @@ class Cache:
         """
         check_alone(guider.model_options)
         sampling = type(guider.inner_model.model_sampling)
-        if self.method.name in OF_FLOWS and not any(cls.__name__ == "CONST" for cls in sampling.__mro__):
-            raise AttachError(
-                f"{self.method.name}: made for models of flow matching, and this one is not; use easycache"
-            )
+        name = getattr(self.method, "method", self.method).name  # of what is held, too
+        if name in OF_FLOWS and not any(cls.__name__ == "CONST" for cls in sampling.__mro__):
+            raise AttachError(f"{name}: made for models of flow matching, and this one is not; use easycache")
         network = guider.inner_model.diffusion_model
         self.names = {}
         self.report = "the last sampler run did not come to its end"
