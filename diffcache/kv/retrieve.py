@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
@@ -11,7 +12,13 @@ from diffcache.kv.view import View
 
 
 class Retriever(Settings, ABC):
-    """Choice of the slots that a query reads; a frozen dataclass of settings."""
+    """Choice of the slots that a query reads; a frozen dataclass of settings.
+
+    Attributes:
+        projects: True for one that makes keys by the model's projections, and so under its autocast.
+    """
+
+    projects: ClassVar[bool] = False
 
     @property
     def looks_across(self) -> bool:

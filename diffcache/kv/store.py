@@ -17,6 +17,7 @@ from diffcache.kv.mover import Mover
 from diffcache.kv.observe import Observation, Pending, Ring, lengthen, note, observe
 from diffcache.kv.plan import KEEP
 from diffcache.kv.recipe import Recipe
+from diffcache.kv.retrieve import Retriever
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.settle import carry_out, check_alone, check_queries, flush, planned, slots_to_drop
 from diffcache.kv.slots import named
@@ -161,12 +162,17 @@ class KVStore:
                 self._rings[index].pending.append(Pending(noted or query, valid))
         return out
 
-    @without_autocast
     def views(self, index: int, query: Query) -> list[View]:
         """Return what queries of a layer read."""
         layer, retrieve = self.layers[index], self.recipe.retrieve
         if retrieve is None or index < self.recipe.skip:
             return layer.views()
+        if retrieve.projects:
+            return retrieve.views(query, layer, self.layers)
+        return self._retrieved(retrieve, query, layer)
+
+    @without_autocast
+    def _retrieved(self, retrieve: Retriever, query: Query, layer: KVLayer) -> list[View]:
         return retrieve.views(query, layer, self.layers)
 
     def settle(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ class Rematerialise(Retriever):
         projections: Key and value projections of each layer that is held.
     """
 
+    projects: ClassVar[bool] = True
     projections: tuple[Projections, ...]
 
     def views(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:
