@@ -110,7 +110,8 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     middle = next((middle for down, middle, up in UNETS if {down, up} <= keys), "")
     if middle:  # it is one block, whatever lists it has inside
         found = [entry for entry in found if not entry[0].startswith(f"{middle}.")]
-    dicts = (child for child in model.children() if isinstance(child, nn.ModuleDict))  # of blocks, no list of them
+    # Blocks in a dictionary are not cached, but count, so that no small list beside them is taken for the body.
+    dicts = (child for child in model.children() if isinstance(child, nn.ModuleDict))
     total = sum(size for _, _, size in found) + sum(p.numel() for blocks in dicts for p in blocks.parameters())
     lists: list[BlockList] = []
     excluded: list[BlockList] = []

@@ -167,7 +167,7 @@ class KVStore:
         layer, retrieve = self.layers[index], self.recipe.retrieve
         if retrieve is None or index < self.recipe.skip:
             return layer.views()
-        if retrieve.projects:
+        if retrieve.projects:  # under the model's autocast, as the model made them
             return retrieve.views(query, layer, self.layers)
         return self._retrieved(retrieve, query, layer)
 

@@ -303,7 +303,8 @@ def share_change(before: Tensor, after: Tensor) -> Interval:
     """Return how much larger a share of the same samples' outcomes became, with its 95 % interval.
 
     Two pairs more, one that changed each way, keep the interval from having width zero where no outcome changed
-    (Bonett and Price 2012, doi 10.3102/1076998611411915).
+    (Bonett and Price 2012, doi 10.3102/1076998611411915). Beside [N, Q] they are whole clusters (ours), so that the
+    interval is wider than it need be where clusters are few.
 
     Args:
         before: Outcomes in 0..1, [N] or [N, Q] as in `share_interval`.

@@ -137,7 +137,10 @@ class Cache:
 
 @contextmanager
 def called_blocks(network: nn.Module) -> Iterator[None]:
-    """Let ComfyUI's UNet call its blocks, through whose layers its own function goes one by one."""
+    """Let ComfyUI's UNet call its blocks, through whose layers its own function goes one by one.
+
+    The function is the module's: samplers in other threads call it as well, whose blocks run as ever without a cache.
+    """
     home: Any = sys.modules[type(network).__module__]
     through = getattr(home, "forward_timestep_embed", None)
     if through is None:
@@ -145,6 +148,7 @@ def called_blocks(network: nn.Module) -> Iterator[None]:
         return
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
+        # isinstance() would ask a tap for its class, and it names that of its block.
         return (block if issubclass(type(block), Tap) else partial(through, block))(*args, **kwargs)
 
     home.forward_timestep_embed = call
